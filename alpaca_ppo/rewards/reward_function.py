@@ -76,25 +76,17 @@ class FailureHandling:
 
 
 def call_functions(
-    sources: Sequence[FunctionReward],
-    batch: RewardBatch,
-    failure_handling: FailureHandling,
-    on_source: Callable[[str], Any] = lambda name: None,
+    sources: Sequence[FunctionReward], batch: RewardBatch, failure_handling: FailureHandling
 ) -> list[Any]:
     """Returns what each function returned for `batch`, unchecked.
 
-    `on_source` is called with a source's name before each call for the whole batch. Functions that raise are called
-    again. If a function still raises in the last attempt, it is called for each row separately to find the rows at
-    fault. With `mask_rows`, a `RowFailure` then takes the place of their scores.
+    Functions that raise are called again. If a function still raises in the last attempt, it is called for each row
+    separately to find the rows at fault. With `mask_rows`, a `RowFailure` then takes the place of their scores.
 
     Raises:
         RewardError: without `mask_rows`, if a function raises in all attempts; it is chained to the exception and names
             the first row for which the function raises. Also if a call for a single row does not return one score.
     """
-
-    def call(source: FunctionReward, keywords: dict[str, Any]) -> Any:
-        on_source(source.name)
-        return source.function(**keywords)
 
     outcomes: list[Any] = [None] * len(sources)
     pending = list(range(len(sources)))
@@ -102,7 +94,7 @@ def call_functions(
         if attempt:
             # The inner minimum keeps the power finite.
             time.sleep(min(2.0 ** min(attempt - 1, 10), LONGEST_PAUSE))
-        calls = [partial(call, sources[i], sources[i].keywords(batch)) for i in pending]
+        calls = [partial(sources[i].function, **sources[i].keywords(batch)) for i in pending]
         for i, outcome in zip(pending, _call_all(calls), strict=True):
             outcomes[i] = outcome
         pending = [i for i in pending if isinstance(outcomes[i], BaseException)]

@@ -54,7 +54,6 @@ class RewardScorer:
         failures: the errors of masked rows since the last `pop_failures`, in order.
         interruptible_call: returns a context manager for the calls of functions; the trainer's lets a signal interrupt
             one that blocks.
-        on_source: called with a source's name before the source is called.
     """
 
     def __init__(
@@ -69,7 +68,6 @@ class RewardScorer:
         self.failures: list[RowFailure] = []
         self.logged = LoggedMetrics()
         self.interruptible_call: Callable[[], AbstractContextManager[Any]] = nullcontext
-        self.on_source: Callable[[str], Any] = lambda name: None
         self.sources: list[FunctionReward | ModelReward] = []
         self.weights: list[float] = []
         for source, weight in zip(sources, weights, strict=True):
@@ -135,13 +133,12 @@ class RewardScorer:
         """Returns the B entries of each source, unchecked."""
         # One block for all attempts: where ranks run in lockstep, each must enter it the same number of times.
         with self.interruptible_call():
-            of_functions = iter(call_functions(self.functions, batch, self.failure_handling, self.on_source))
+            of_functions = iter(call_functions(self.functions, batch, self.failure_handling))
         raw = []
         for source in self.sources:
             if isinstance(source, FunctionReward):
                 raw.append(score_list(source.name, next(of_functions), batch))
             else:
-                self.on_source(source.name)
                 raw.append(source(batch))
         return raw
 

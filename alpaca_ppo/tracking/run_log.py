@@ -69,18 +69,13 @@ class ProgressBar:
         if self._phases and self._phases[-1][0] == name:
             yield self._phases[-1][1].update
             return
-        form = "{desc}{postfix}" if total is None else None
+        form = "{desc}" if total is None else None
         with self._make(total=total, desc=name, leave=False, bar_format=form) as bar:
             self._phases.append((name, bar))
             try:
                 yield bar.update
             finally:
                 self._phases.pop()
-
-    def detail(self, text: str) -> None:
-        """Shows `text` beside the innermost phase, until it ends."""
-        if self._phases:
-            self._phases[-1][1].set_postfix_str(text)
 
 
 class RunLog:

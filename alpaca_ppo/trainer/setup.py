@@ -260,7 +260,6 @@ def _connect(collector: RolloutCollector, state: TrainerState, run_log: RunLog) 
     for scorer in (collector.scorer, collector.metric_scorer):
         scorer.offer(state)
         scorer.interruptible_call = partial(collector.preemption.part, at_once=True)
-    collector.scorer.on_source = lambda name: run_log.bar.detail(name)
 
 
 def make_step_record(run_log: RunLog) -> StepRecord:

@@ -57,7 +57,8 @@ class Result:
 
 
 def continues(args: PPOConfig) -> bool:
-    """Whether the run of `args` was interrupted after a checkpoint, at which it goes on.
+    """Whether the run of `args` was interrupted after a checkpoint, at which it goes on. Deletes the table of one that
+    is overwritten.
 
     Raises:
         ValueError: if it has ended, or was interrupted before a checkpoint, or steps are not what sets its length.
@@ -66,6 +67,7 @@ def continues(args: PPOConfig) -> bool:
     if args.max_steps is None:
         raise ValueError("the length of the run is set by max_steps alone; leave out total_episodes and total_epochs")
     if args.overwrite_output_dir:
+        (folder / RESULTS).unlink(missing_ok=True)
         return False
     if (folder / RESULTS).exists():
         remedy = 'append REAL="--overwrite_output_dir true", or REAL="--output_dir" with another folder'

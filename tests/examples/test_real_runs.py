@@ -2,10 +2,13 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from alpaca_ppo import PPOConfig
+from alpaca_ppo.config.parser import parse_args
 from examples.mini_farm import real
 from examples.sentences import run as sentences
 from tests.tiny_models import tiny_causal_lm, tiny_tokenizer
@@ -62,6 +65,14 @@ def test_rlhf_writes_pairs_and_a_reward_model_once_and_shows_both_scores(model, 
     assert {"eval/scores", "eval/scores/gold", "eval/kl_sum_seq"} <= steps[0].keys()
     with pytest.raises(ValueError, match="holds a run that has ended; append REAL="):
         real.main([*given, "--output_dir", str(folder)])
+    # What is overwritten has not ended, whatever becomes of it.
+    (args,) = parse_args([PPOConfig], ["--config", str(real.CONFIG), "--output_dir", str(tmp_path / "other")])
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/results.txt").touch()
+    with pytest.raises(ValueError, match="holds a run that has ended"):
+        sentences.continues(args)
+    assert not sentences.continues(replace(args, overwrite_output_dir=True))
+    assert not sentences.continues(args)
     # Interrupted after its first step.
     again = [*given, "--output_dir", str(tmp_path / "again"), "--save_steps", "1"]
     real.main(again)

@@ -12,7 +12,6 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from alpaca_ppo.rewards import build_reward
 from alpaca_ppo.tracking.console import Console, samples_are_due, step_columns
 from alpaca_ppo.tracking.rollout_tables import sample_rows
 from tests.tiny_models import tiny_tokenizer
@@ -347,21 +346,3 @@ def test_the_samples_are_the_best_and_the_worst_answer():
     (only,) = sample_rows(rollouts, tiny_tokenizer())
     assert (only["prompt"], only["rank"]) == ("w9", "all scores equal of 3")
     assert sample_rows({key: value[:0] for key, value in rollouts.items()}, tiny_tokenizer()) == []
-
-
-def test_each_source_is_announced_before_it_is_called():
-    calls = []
-
-    async def judge(completions, **columns):
-        calls.append("in judge")
-        return [1.0] * len(completions)
-
-    def rule(completions, **columns):
-        calls.append("in rule")
-        return [1.0] * len(completions)
-
-    scorer = build_reward([rule, judge])
-    scorer.on_source = calls.append
-    scorer(["a"], ["b"], [[1]], [{"prompt": "a"}])
-    # The body of an async function runs after all functions have been called.
-    assert calls == ["rule", "in rule", "judge", "in judge"]
