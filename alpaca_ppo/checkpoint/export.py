@@ -65,8 +65,7 @@ def save_merged(folder: StrPath, policy: Policy, processing_class: Any) -> None:
     """
     assert policy.adapters is not None
     # In half precision, in which DeepSpeed may hold the adapter, its product would be rounded.
-    dtype = torch.promote_types(policy.model.dtype, torch.float32)
-    peft: Any = copy.deepcopy(policy.adapters.peft).to("cpu", dtype)
+    peft: Any = copy.deepcopy(policy.adapters.peft).to("cpu", torch.promote_types(policy.model.dtype, torch.float32))
     model = peft.get_base_model()
     if not isinstance(model.get_input_embeddings(), nn.Embedding):
         # The adapter changes the embedding, but not the head that the base ties to it.

@@ -134,7 +134,6 @@ def prepare_prompts(
         ValueError: for a dataset without rows or with images, a missing column, a prompt (with its row) that is empty,
             malformed, overlong under "error", or does not fit the others or the chat template; if none is left.
     """
-    assert query_len >= 1 and overlong in ("drop", "truncate", "error")
     if not isinstance(dataset, Dataset) or len(dataset) == 0:
         found = "empty" if isinstance(dataset, Dataset) else f"a {type(dataset).__name__}"
         raise ValueError(

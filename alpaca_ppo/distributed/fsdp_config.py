@@ -83,13 +83,10 @@ def _unread_variables(
         entry = next((entry for pattern, entry in read.items() if re.fullmatch(pattern, name)), None)
         if entry is not None and not re.fullmatch(entry[0], value.lower()):
             raise ValueError(f"{name.lower()} is {value!r}, which this trainer does not support; {entry[1]}")
-        if entry is None and value.lower() != _text(in_effect.get(name.removeprefix("ACCELERATE_").lower())):
+        usual = in_effect.get(name.removeprefix("ACCELERATE_").lower()) or False
+        if entry is None and value.lower() != str(usual).lower():
             unread.append(f"{name}={value}")
     return unread
-
-
-def _text(value: Any) -> str:
-    return str(value or False).lower()
 
 
 def _refuse_if(excluded: bool, name: str, value: object, remedy: str) -> None:
