@@ -41,7 +41,7 @@ def test_pass_at_k_is_computed_for_powers_of_two_and_all_samples(n, ks):
     assert make_settings(SimpleNamespace(**ARGS | {"eval_num_samples": n}), sources=[], metrics=[]).ks == ks
 
 
-def test_the_text_says_what_was_drawn_and_names_each_number_once():
+def test_the_text_says_what_was_drawn_and_each_metric_with_its_error():
     results = {
         "model": "outputs/ppo",
         "prompts": {"": 64},
@@ -67,11 +67,13 @@ def test_the_text_says_what_was_drawn_and_names_each_number_once():
     assert results_text(results).splitlines() == [
         "outputs/ppo: 64 prompts, 4 answers to each, sampled at temperature 0.7",
         "a success is an answer with scores/short above 0.5",
-        # Their sorted order; another error is another number, and so is one that has none.
-        "avg_at_4 = pass_at_1 = right         0.5  ±0.1",
-        "rewards = scores                    0.25  ±0.031",
-        "scores/short                        0.25  ±0.02",
-        "truncated_fraction                   0.5",
+        "avg_at_4                   0.5  ±0.1",
+        "pass_at_1                  0.5  ±0.1",
+        "rewards                   0.25  ±0.031",
+        "right                      0.5  ±0.1",
+        "scores                    0.25  ±0.031",
+        "scores/short              0.25  ±0.02",
+        "truncated_fraction         0.5",
     ]
     two = {**results, "prompts": {"a": 3, "b": 2}, "samples_per_prompt": 1, "temperature": 0.0, "success": None}
     two["metrics"] = {"eval/a/scores": 1.0, "eval/b/scores": 1.0}

@@ -20,6 +20,7 @@ def test_a_bar_shows_on_a_terminal_of_the_main_process_alone(monkeypatch, stream
     with bar.steps(8, initial=2) as steps, bar.phase("sampling", 4) as count, bar.phase("sampling") as again:
         count(1)
         again(2)
+        again.__self__.refresh()  # tqdm draws at most ten times a second
         steps.update()
     for text in ("3/8", "sampling", "3/4"):
         assert (text in stream.getvalue()) is shown
