@@ -122,7 +122,7 @@ def run_identity(
     optimizer_steps: StepCounts | None,
 ) -> dict[str, Any]:
     """What a run and its resumption must share, as plain values: all that affects the numbers of a run but is not in
-    its checkpoints, and options such as the learning rate, of which a resumed run would restore the old value.
+    its checkpoints, and options such as the learning rate, whose old value a resumed run would restore.
 
     Args:
         start: `start_identity`.

@@ -57,8 +57,8 @@ def is_in(checkpoint: Path, output_dir: StrPath) -> bool:
 
 
 def check_kinds(output_dir: StrPath) -> None:
-    """Raises a ValueError if, in `output_dir`, a folder that a run writes has its name taken by a file or a dangling
-    link, or a file that it writes by a folder or such a link.
+    """Raises a ValueError if `output_dir` holds a file, or a dangling link, where a run writes a folder, or a folder
+    where it writes a file.
     """
     for path in sorted(Path(output_dir).glob("*")):
         names_folder = re.fullmatch(f"{_FOLDERS_OF_A_RUN}|runs", path.name)

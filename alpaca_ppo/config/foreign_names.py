@@ -37,7 +37,7 @@ class ForeignName:
             there is no counterpart.
         none: why no option does the same, and what to do instead; empty if there is one.
         unneeded: why no option is needed; empty if one is.
-        neutral: the values of theirs that are what happens here anyway.
+        neutral: their values that ask for what happens here anyway.
         unit: of a name that is also an option here, how its meaning differs.
     """
 

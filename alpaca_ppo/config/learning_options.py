@@ -153,7 +153,7 @@ class LearningOptions(RunOptions):
     critic_max_grad_norm: float | None = argument(None, gt=0, needs=_CRITIC)
     """Maximum norm of the critic's gradient; null = max_grad_norm."""
     critic_epochs: Annotated[int, Field(ge=1)] | Literal["auto"] | None = argument("auto", needs=_OWN_STEPS)
-    """Passes of the critic over each rollout, in its own optimizer steps before those of the policy; target_kl_stop
+    """Epochs of the critic over each rollout, in its own optimizer steps before those of the policy; target_kl_stop
     does not end them. auto = 8 if cached, otherwise 4; null = ppo_epochs if cached or with a critic_step_batch_size,
     else none: the critic is then trained in the policy's steps, as a shared one always is."""
     critic_step_batch_size: int | None = argument(None, ge=1, needs=_OWN_STEPS)

@@ -122,7 +122,7 @@ class RunOptions(CheckedArguments):
     max_tokens_per_micro_batch: int | None = argument(None, ge=1)
     """Tokens per micro-batch on one device; null = step_per_device_batch_size * (query_len + response_len)."""
     ppo_epochs: int = argument(2, ge=1)
-    """The policy's passes over each step's rollouts; critic_epochs are the critic's."""
+    """The policy's epochs over each step's rollouts; critic_epochs are the critic's."""
 
     response_len: int = argument(300, ge=1, group="Generation")
     """Maximum length of a response, in tokens."""

@@ -59,7 +59,7 @@ def check_fsdp(args: PPOConfig, accelerator: Accelerator | None = None) -> None:
 
 def check_launch(args: PPOConfig) -> None:
     """Checks what the launcher hands on of its configuration, and prints in one line what has no effect on the run, if
-    anything: what is not read, and is neither the launcher's default nor what a run does.
+    anything: variables that nothing reads, but for those with the launcher's default or what a run does anyway.
 
     Raises:
         ValueError: for an entry that the run cannot have.

@@ -105,7 +105,7 @@ class Generation:
             zero outside the mask.
         stopped: (B * n,) bool, True = ended by a stop or truncate token or a stop string, False = cut off by a limit.
         states: (B * n, R, layers, H), the outputs of the layers `state_layers` before each token under the mask,
-            anything outside it; None from a backend that has none, and of rows that are reported on the way.
+            anything outside it; None from a backend that keeps no states, and in what is reported of rows on the way.
     """
 
     responses: Tensor

@@ -223,7 +223,7 @@ def _byte_steps(texts: Sequence[bytes]) -> np.ndarray:
     steps[-1] = len(states)
     for beginning, state in states.items():
         if beginning:
-            # What continues no text is read as after the next longest end.
+            # A token that continues none of the texts is read as it is after the next longest end of this beginning.
             ends = (beginning[start:] for start in range(1, len(beginning) + 1))
             steps[state] = steps[next(states[end] for end in ends if end in states)]
         for byte in used:

@@ -135,7 +135,7 @@ class Translation:
         return value
 
     def finish(self) -> None:
-        """Completes the options: drops those without effect, lists the names that have set none as not taken, and fills
+        """Completes the options: drops those without effect, lists the names that set no option as not taken, and fills
         in required options, which may be among the dropped ones.
         """
         for name, value in self.options.items():

@@ -76,7 +76,7 @@ class RunRecord:
         if not trainer_class.__module__.startswith("alpaca_ppo."):
             in_memory["trainer_class"] = _described(trainer_class)
         for argument, value in given.items():
-            if argument in ("self", "args"):
+            if argument == "args":
                 continue
             option = next(iter(OPTIONS_OF_ARGUMENT.get(argument, ())), None)
             names = {} if option is None else _names(value)

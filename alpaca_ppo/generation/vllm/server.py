@@ -33,7 +33,7 @@ _HEALTH_SECONDS = 2.0
 _RESETS = 50
 # The most tokens of the prompt that shows whether it was emptied; a block of the cache has up to 256.
 _PROBE = 513
-# The SHA-256 of a weight that vLLM has packed on a CPU, of which nothing is left.
+# The SHA-256 of no bytes: what is left of a weight that vLLM has packed on a CPU.
 _PACKED = hashlib.sha256().hexdigest()
 # What vLLM sends for a log-prob that is not finite.
 _NOT_FINITE = -9999.0
@@ -164,7 +164,7 @@ class Server:
         missing = [flag for path, flag in needed.items() if path not in paths]
         if not missing:
             config = (await self.ask("/server_info?config_format=json"))["vllm_config"]["model_config"]
-            # Rounded to another dtype, a tensor that has changed a little is the same as before.
+            # Rounding to another dtype would hide a small change of a tensor.
             if config["dtype"] != str(dtype):
                 problem = f"computes in {config['dtype']}, but its weights would be written in {dtype}"
                 raise ValueError(f"the vLLM server at {self.name} {problem}; set vllm_dtype to the former")
@@ -262,7 +262,7 @@ class Server:
             problem = "answers from the prefix cache of older weights"
         if problem:
             raise ValueError(f"the vLLM server at {self.name} {problem}; it would not sample from the trained policy")
-        # Only now, so that they are those of `loaded`.
+        # Set last, so that the checksums belong to the weights of `loaded`.
         self._held, self._comparable = held, self._comparable or equal
 
     async def _probe(self, tokens: list[int]) -> Any:
