@@ -87,7 +87,6 @@ def call_functions(
         RewardError: without `mask_rows`, if a function raises in all attempts; it is chained to the exception and names
             the first row for which the function raises. Also if a call for a single row does not return one score.
     """
-
     outcomes: list[Any] = [None] * len(sources)
     pending = list(range(len(sources)))
     for attempt in range(failure_handling.retries + 1):

@@ -55,7 +55,7 @@ class ProgressBar:
         # In a notebook without ipywidgets, tqdm would write lines.
         shown = issubclass(tqdm, tqdm_notebook) or sys.stderr.isatty()
         self._make = partial(tqdm, disable=not (is_main and shown), dynamic_ncols=True)
-        self._phases: list[tuple[str, Any]] = []
+        self._phases: list[tuple[str, Callable[[int], Any]]] = []
 
     def steps(self, total: int, *, initial: int) -> Any:
         """Returns the bar of a run's steps, of which `initial` are done."""
@@ -67,11 +67,11 @@ class ProgressBar:
         within one of the same name continues its bar.
         """
         if self._phases and self._phases[-1][0] == name:
-            yield self._phases[-1][1].update
+            yield self._phases[-1][1]
             return
         form = "{desc}" if total is None else None
         with self._make(total=total, desc=name, leave=False, bar_format=form) as bar:
-            self._phases.append((name, bar))
+            self._phases.append((name, bar.update))
             try:
                 yield bar.update
             finally:

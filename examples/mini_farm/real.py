@@ -6,7 +6,6 @@ Every option of the trainer is a flag. Ended stages are kept, and an interrupted
 
 import random
 import re
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -20,7 +19,6 @@ from datasets import Dataset
 
 from alpaca_ppo import PPOConfig, PPOTrainer
 from alpaca_ppo.atomic_io import write_text_atomically
-from alpaca_ppo.cli.commands import exit_status
 from alpaca_ppo.config.fields import argument
 from alpaca_ppo.config.parser import parse_args
 from alpaca_ppo.data.loading import load_prompt_dataset
@@ -33,7 +31,7 @@ from examples.mini_farm.splits import Row, draw_splits, read_rows, write_rows
 from examples.mini_farm.stages import run_stage
 from examples.sentences.model import fetch_model
 from examples.sentences.plots import Panel, plot_panels
-from examples.sentences.run import BEST_OF, RESULTS, SHOWN, continues, several_answers
+from examples.sentences.run import BEST_OF, RESULTS, SHOWN, continues, run_as_command, several_answers
 
 CONFIG = Path(__file__).parents[1] / "configs/real_rlhf.yaml"
 _SAMPLING = ("query_len", "response_len", "temperature")
@@ -245,11 +243,5 @@ def main(argv: Sequence[str]) -> dict[str, Judged]:
     return results
 
 
-def command(argv: Sequence[str]) -> int:
-    """Calls `main`, and returns an exit status."""
-    main(argv)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(exit_status(command, sys.argv[1:]))
+    run_as_command(main)

@@ -5,7 +5,7 @@ Every option of the trainer is a flag. An interrupted training continues at its 
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
@@ -157,11 +157,15 @@ def _result(table: Sequence[Mapping[str, Any]]) -> Result:
     return Result(columns["score"], columns["all_used"], fmean(columns["kl"]))
 
 
-def command(argv: Sequence[str]) -> int:
-    """Calls `main`, and returns an exit status."""
-    main(argv)
-    return 0
+def run_as_command(main: Callable[[Sequence[str]], Any]) -> None:
+    """Calls `main` with the command line and exits; a mistake in it is one line on the screen."""
+
+    def command(argv: Sequence[str]) -> int:
+        main(argv)
+        return 0
+
+    sys.exit(exit_status(command, sys.argv[1:]))
 
 
 if __name__ == "__main__":
-    sys.exit(exit_status(command, sys.argv[1:]))
+    run_as_command(main)

@@ -51,7 +51,7 @@ def words_of(prompt: Any) -> list[str]:
     return _text(prompt).rpartition("these words: ")[2].partition(".")[0].split(", ")
 
 
-def _forms(word: str) -> str:
+def _pattern(word: str) -> str:
     """Returns a regular expression of `word`, plural, past, participle and person."""
     if re.fullmatch("[^aeiou]*[aeiou][^aeiouwxy]", word):
         # A short vowel, as in "stop": "staring" is no form of "star".
@@ -64,7 +64,7 @@ def _forms(word: str) -> str:
 
 def used(word: str, text: str) -> bool:
     """Whether `text` has `word` or a form of it."""
-    return re.search(_forms(word), text.lower()) is not None
+    return re.search(_pattern(word), text.lower()) is not None
 
 
 def is_sentence(text: str, words: Sequence[str]) -> bool:
@@ -73,7 +73,7 @@ def is_sentence(text: str, words: Sequence[str]) -> bool:
     """
     text = text.strip()
     whole = re.fullmatch(r"[A-Z\"'][^.!?\n]*[.!?][\"']?", text) is not None and len(text) <= LONGEST
-    word = f"({'|'.join(map(_forms, words))})"
+    word = f"({'|'.join(map(_pattern, words))})"
     joint = r"(\s*[,;:/&-]+\s*(and\s+|or\s+)?|\s+(and|or)\s+)((an?|the)\s+)?"
     patterns = rf"{word}({joint}{word}){{{len(words) - 1}}}", r"\W+".join(words) + r"\b"
     listed = text.count(",") >= len(words) - 1 or re.search("|".join(patterns), text.lower()) is not None

@@ -34,3 +34,6 @@ def test_a_phase_that_fails_is_over(monkeypatch):
         raise ValueError("of the user")
     # The line of a phase disappears.
     assert terminal.getvalue().endswith("\r")
+    # The next one of its name has a bar of its own.
+    with bar.phase("scoring", 7):
+        assert "0/7" in terminal.getvalue()
